@@ -19,6 +19,7 @@ from streamed_engines import PROMPTS, VOCAB, answers, stream_of
 from nanovllm import LLM, build
 from nanovllm.device import cpu
 from nanovllm.errors import EngineError
+from nanovllm.ops import triton_support
 
 BLOCK = 16
 # Prompts of more rows than are multiplied on the host, and decode steps of few.
@@ -136,3 +137,15 @@ def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
                 llm.generate(PROMPTS * 3, greedy(9), use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
         assert token_ids(llm, PROMPTS, greedy(9)) == expected
+
+
+@pytest.mark.cuda
+def test_without_triton_single_experts_of_a_gpu_are_computed_on_the_host(
+    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(made("qwen3_moe"), dtype="float32", device="cpu", **RESIDENT) as llm:
+        expected = token_ids(llm, PROMPTS, greedy(4))
+    monkeypatch.setattr(triton_support, "triton_runs", lambda: False)
+    with LLM(made("qwen3_moe"), dtype="float32", device="cuda", weights_memory_bytes="1%", **RESIDENT) as llm:
+        assert token_ids(llm, PROMPTS, greedy(4)) == expected
+        assert stream_of(llm).host_bytes > 0

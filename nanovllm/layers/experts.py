@@ -5,7 +5,7 @@ Yang et al., "Qwen3 Technical Report" (2025); DeepSeek-AI, "DeepSeek-V3 Technica
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -212,21 +212,23 @@ class Experts(Module):
         return out.to(x.dtype)
 
     def _sum(self, x: Tensor, groups: Iterable[Group], host: HostPart | None) -> Tensor:
-        """The weighted sum of groups of rows, one after the other: fp32 [rows, hidden]."""
+        """The weighted sum of groups of rows, one after the other: fp32 [rows, hidden].
+
+        On a GPU without Triton each group of an expert on the host goes there and back.
+        """
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, rows, of_rows in groups:
-            with self._matrices(expert, host) as (gate_up, down):
-                inner = self._gated_unit(gate_up.apply(expert, x[rows]))
-                out.index_add_(0, rows, down.apply(expert, inner).float() * of_rows[:, None])
+            if host is None or expert not in host.numbers:
+                output = self._output(x[rows], expert, self.gate_up, self.down)
+            else:
+                with host.matrices(expert) as matrices:
+                    output = self._output(x[rows].cpu(), expert, *matrices).to(x.device)
+            out.index_add_(0, rows, output.float() * of_rows[:, None])
         return out
 
-    def _matrices(
-        self, expert: int, host: HostPart | None
-    ) -> AbstractContextManager[tuple[ExpertWeights, ExpertWeights]]:
-        """Those with which an expert is computed."""
-        if host is None or expert not in host.numbers:
-            return nullcontext((self.gate_up, self.down))
-        return host.matrices(expert)
+    def _output(self, x: Tensor, expert: int, gate_up: ExpertWeights, down: ExpertWeights) -> Tensor:
+        """What an expert with these matrices makes of rows."""
+        return down.apply(expert, self._gated_unit(gate_up.apply(expert, x)))
 
     def route(self, x: Tensor) -> Routing:
         """The experts of each row of x.
