@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -46,7 +47,9 @@ from nanovllm import LLM, build
 from nanovllm.device import cpu, create_device
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.features.speculation import draft_model, drafter
+from nanovllm.features.streamed_weights.host_layers import HostLayers
 from nanovllm.features.streamed_weights.storages import SPAN_ALIGNMENT
+from nanovllm.features.streamed_weights.stream import WeightStream
 from nanovllm.memory.weights import plan_weights
 
 TIMES = int(os.environ.get("NANOVLLM_FUZZ_TIMES", "1"))  # as many examples
@@ -321,6 +324,40 @@ def test_a_real_model_says_the_same_with_a_tenth_of_its_weights_and_kv(
             (output,) = llm.generate(text, params, use_tqdm=False)
             said.append(output.outputs[0].text)
     assert said[0] == said[1] and len(said[0]) > 20
+
+
+# ---- the end of an engine
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("where", [{}, {"host_weights_bytes": "50%", "host_products": True}], ids=["host", "disk"])
+def test_an_engine_that_is_closed_or_refused_keeps_no_weights(
+    family: str, where: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the space of its file. Nothing waits for the garbage collector, which may come late."""
+    monkeypatch.setattr(build, "create_device", create_device)
+    make_checkpoint(tmp_path / "model", family, vocab=VOCAB, layers=4)
+    files = {"weights_dir": tmp_path / "disk"} if where else {}
+    given = {**RESIDENT, "dtype": "float32", "weights_memory_bytes": "1%", **where, **files}
+
+    def kept() -> set[str]:
+        return {type(found).__name__ for found in gc.get_objects() if isinstance(found, (WeightStream, HostLayers))}
+
+    gc.collect()
+    gc.disable()
+    try:
+        with LLM(tmp_path / "model", **given) as llm:
+            token_ids(llm, PROMPTS, greedy(2))
+            assert kept() == {"WeightStream"}
+        del llm
+        assert not kept()
+        files_before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(ConfigError, match="num_gpu_blocks=1000000000: its KV cache takes"):
+            LLM(tmp_path / "model", **{**given, "num_gpu_blocks": 10**9})
+        assert not kept()
+        assert len(os.listdir("/proc/self/fd")) == files_before
+    finally:
+        gc.enable()
 
 
 # ---- what is copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -130,7 +131,7 @@ def load_model(
     if free_bytes is not None:
         weights = declared.network.weight_bytes if layers is None else layers.device_bytes
         check_fits(f"model={str(model_dir)!r}: its weights take", weights, free_bytes, "the device has", REMEDY)
-    model = network.build(dtype, device, group, None if layers is None else layers.built)
+    model = network.build(dtype, device, group, None if layers is None else _built_of(layers))
 
     def fill(modules: Sequence[Module]) -> None:
         """Without what is below them."""
@@ -157,6 +158,18 @@ def load_model(
     if layers is not None:
         layers.finish()
     return model
+
+
+def _built_of(layers: LayersInTurn) -> Callable[[Module], None]:
+    """`layers.built`, which does not keep the layers: each module keeps it, and they have the modules."""
+    own = weakref.ref(layers)
+
+    def built(layer: Module) -> None:
+        found = own()
+        if found is not None:
+            found.built(layer)
+
+    return built
 
 
 def load_mtp_head(model_dir: str | Path, model: CausalLM, load_format: str = "auto", seed: int = 0) -> MTPHead:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,30 +22,32 @@ WORD = torch.int64  # as which bytes are copied on the device
 MOST_REPLACED = 2  # experts of a layer that a pass brings to the cache behind
 
 
+class LayerMemory(Protocol):
+    """What is where of the layer that is computed."""
+
+    def take_memory(self, layer: HostLayer) -> None:
+        """Experts of the layer are written to where kernels read them."""
+        ...
+
+    def expect_chosen(self, units: Sequence[Unit]) -> None:
+        """The host needs these units of the layer next, which are on disk."""
+        ...
+
+    def reset(self) -> None:
+        """One of them cannot be read."""
+        ...
+
+
 class ChosenExperts:
     """The expert cache of the device, and what experts take from there.
 
     Of a network whose products run on the host, that computes what the cache lacks.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        layers: HostLayers,
-        order: WeightOrder,
-        exchange: HostExchange | None,
-        take_memory: Callable[[HostLayer], None],
-        expect: Callable[[Sequence[Unit]], None],
-        reset: Callable[[], None],
-    ) -> None:
-        """take_memory: is called before experts of a layer are written to where kernels read them; expect: with units
-        on disk of this layer that the host needs next; reset: when one of them cannot be read."""
+    def __init__(self, device: Device, layers: HostLayers, order: WeightOrder, exchange: HostExchange | None) -> None:
         self._device = device
         self._order = order
         self._exchange = exchange
-        self._take_memory = take_memory
-        self._expect = expect
-        self._reset = reset
         self._image = layers.image
         self._in_place = layers.plan.in_place
         self._cache = layers.expert_cache
@@ -55,11 +58,13 @@ class ChosenExperts:
         if self._cache is not None:
             self.places = {index: list(_places(layer, self._cache)) for index, layer in layers.of_layer.items()}
 
-    def bring(self, index: int, layer: HostLayer, x: Tensor, routing: Routing) -> HostExperts | None:
+    def bring(
+        self, index: int, layer: HostLayer, x: Tensor, routing: Routing, memory: LayerMemory
+    ) -> HostExperts | None:
         """See `layers.experts.ExpertLoads`."""
         if self._exchange is not None:
-            return self._divide(index, layer, Chosen(self._exchange, x, routing), self._exchange)
-        self._bring_all(index, layer, chosen_numbers(routing))
+            return self._divide(index, layer, Chosen(self._exchange, x, routing), self._exchange, memory)
+        self._bring_all(index, layer, chosen_numbers(routing), memory)
         return None
 
     def clear(self) -> None:
@@ -67,7 +72,7 @@ class ChosenExperts:
         self._cached.clear()
         self._arriving = []
 
-    def _bring_all(self, index: int, layer: HostLayer, chosen: Sequence[int]) -> None:
+    def _bring_all(self, index: int, layer: HostLayer, chosen: Sequence[int], memory: LayerMemory) -> None:
         """Copy experts to the cache that it lacks, then all that are chosen from there to where kernels read them."""
         places, missing = self._cached.take((index, expert) for expert in chosen)
         if layer.disk is not None:
@@ -76,9 +81,12 @@ class ChosenExperts:
             self._fill_cache(layer, {expert: places[index, expert] for _, expert in missing})
             self._order.after_fill(self._order.cache)
             self._order.before_compute(self._order.cache)
+        memory.take_memory(layer)
         self._place(index, layer, {expert: place for (_, expert), place in places.items()})
 
-    def _divide(self, index: int, layer: HostLayer, chosen: Chosen, exchange: HostExchange) -> HostExperts | None:
+    def _divide(
+        self, index: int, layer: HostLayer, chosen: Chosen, exchange: HostExchange, memory: LayerMemory
+    ) -> HostExperts | None:
         """Let the device compute the chosen experts that its cache has, and bring behind what it had better have.
 
         Returns the others, which are computed on the host.
@@ -93,32 +101,16 @@ class ChosenExperts:
         on_host = [expert for expert in chosen.numbers if expert not in places]
         if layer.disk is not None and layer.has_single_experts:
             layer.disk.use(on_host)
-            self._expect(layer.disk.units_of(on_host))
+            memory.expect_chosen(layer.disk.units_of(on_host))
         if places:
+            memory.take_memory(layer)
             self._place(index, layer, places)
         if replacements:
             self._fill_cache(layer, {expert: place for (_, expert), place in replacements})
             self._arriving.append((*self._order.after_fill_behind(), [expert for expert, _ in replacements]))
         exchange.num_bytes += len(on_host) * layer.memory.nbytes // layer.host_experts[0].num_experts
-        at_hand = partial(self._at_hand, layer)
+        at_hand = partial(_at_hand, layer, memory)
         return HostExperts(chosen, set(on_host), layer.host_experts, exchange, at_hand) if on_host else None
-
-    @contextmanager
-    def _at_hand(self, layer: HostLayer, expert: int) -> Iterator[None]:
-        """A context in which an expert is where the host computes it."""
-        if layer.disk is None:
-            yield
-            return
-        number = expert if layer.has_single_experts else 0
-        try:
-            try:
-                layer.lie_in(number, layer.disk.need([number])[number])
-            except BaseException:
-                self._reset()
-                raise
-            yield
-        finally:
-            layer.disk.release([number])
 
     def _note_arrivals(self) -> None:
         """Experts whose copies have ended may be used."""
@@ -149,7 +141,6 @@ class ChosenExperts:
 
     def _place(self, index: int, layer: HostLayer, places: Mapping[int, int]) -> None:
         """Bring experts from their places in the cache to where kernels read them."""
-        self._take_memory(layer)
         if self._image is not None:
             self._convert(layer, places, self._image)
             return
@@ -168,6 +159,24 @@ class ChosenExperts:
         layer.convert_experts([*places], torch.stack(rows))
         self._device.end_kernel()
         self._order.after_compute(self._order.cache)
+
+
+@contextmanager
+def _at_hand(layer: HostLayer, memory: LayerMemory, expert: int) -> Iterator[None]:
+    """A context in which an expert is where the host computes it."""
+    if layer.disk is None:
+        yield
+        return
+    number = expert if layer.has_single_experts else 0
+    try:
+        try:
+            layer.lie_in(number, layer.disk.need([number])[number])
+        except BaseException:
+            memory.reset()
+            raise
+        yield
+    finally:
+        layer.disk.release([number])
 
 
 def copy_of(target: Tensor, source: Tensor, size: int) -> PitchedCopy:

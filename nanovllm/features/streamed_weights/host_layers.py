@@ -16,6 +16,7 @@ places that units share, to which the tensors of the host refer while they are u
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -64,7 +65,7 @@ class HostLayer:
     """
 
     def __init__(self, module: Module) -> None:
-        self._module = module
+        self._module_ref = weakref.ref(module)  # whose experts may have the stream, and that has this
         self.disk: DiskLayer | None = None  # if the layer lies in a file
         self._host_tensors: list[list[tuple[Tensor, int]]] = []  # then, of each unit, with where they begin in it
         self._lies_at: dict[int, int] = {}  # by the number of a unit, the address at which they lie
@@ -77,6 +78,12 @@ class HostLayer:
         self._sources: list[StoredWeight] = []
         self._expert_rows: Tensor  # uint8 [experts, bytes of an expert]
         self._single: list[tuple[StoredWeight, StoredWeight]] = []  # if they differ: each matrix in image and slot
+
+    @property
+    def _module(self) -> Module:
+        module = self._module_ref()
+        assert module is not None, "the model has it"
+        return module
 
     @property
     def experts(self) -> Experts | None:

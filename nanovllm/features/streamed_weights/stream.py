@@ -31,7 +31,7 @@ GUESSED_RATE = 25e9  # bytes/s of link and host, until steps have been measured
 
 
 class WeightStream:
-    """Implements `layers.causal_lm.LayerWeights` and `layers.experts.ExpertLoads`.
+    """Implements `layers.causal_lm.LayerWeights`, `layers.experts.ExpertLoads` and `chosen_experts.LayerMemory`.
 
     Layers are expected in order, pass after pass. Another order costs a copy that nothing hides, and is exact too.
     """
@@ -55,8 +55,7 @@ class WeightStream:
         self._on_disk = list({id(disk.units): disk.units for disk in disks}.values())
         self._on_host: DiskLayer | None = None  # the layer on disk that is computed in host memory
         self._exchange = self._make_exchange() if self.uses_host else None
-        take, expect, reset = self._take_memory, self._expect_chosen, self._reset
-        self._chosen = ChosenExperts(device, layers, self._order, self._exchange, take, expect, reset)
+        self._chosen = ChosenExperts(device, layers, self._order, self._exchange)
         self._ways = self._make_ways(layers)
 
     def _make_exchange(self) -> HostExchange:
@@ -130,7 +129,7 @@ class WeightStream:
             if self._on_disk:
                 self._expect(index, ways)
         except BaseException:  # an interrupt too: nobody knows what has been copied
-            self._reset()
+            self.reset()
             raise
 
     def before_experts(self, x: Tensor, routing: Routing) -> HostExperts | None:
@@ -139,9 +138,9 @@ class WeightStream:
         if self._has_whole(self._layer):
             return None
         try:
-            return self._chosen.bring(self._layer, self._layers[self._layer], x, routing)
+            return self._chosen.bring(self._layer, self._layers[self._layer], x, routing, self)
         except BaseException:
-            self._reset()
+            self.reset()
             raise
 
     # ---- the layer that is computed
@@ -188,7 +187,7 @@ class WeightStream:
             self._order.after_compute(layer.slot)
             self._converted = index
 
-    def _take_memory(self, layer: HostLayer) -> None:
+    def take_memory(self, layer: HostLayer) -> None:
         """Chosen experts of the layer that is computed are written to its slot or to the image."""
         if self._image is not None:
             self._converted = None
@@ -256,7 +255,7 @@ class WeightStream:
                 wanted += self._next_units(other, ways[other])
             units.expect(wanted)
 
-    def _expect_chosen(self, units: Sequence[Unit]) -> None:
+    def expect_chosen(self, units: Sequence[Unit]) -> None:
         """The host needs these of the layer that is computed."""
         assert self._layer is not None
         self._expect(self._layer, self._ways.latest, units)
@@ -280,7 +279,7 @@ class WeightStream:
         self._device.declare_kernel(name, reads, writes)
         self._device.end_kernel()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         """Wait for the copies, failed or not, after which no slot has a layer, and the cache no expert."""
         self._order.reset()
         self._held = [None] * len(self._slots)
