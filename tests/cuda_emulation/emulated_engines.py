@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,10 @@ def hit(llm: LLM) -> bool:
     return llm.metrics().prefix_cache.hit_tokens > 0
 
 
+def read(llm: LLM) -> bool:
+    return llm.kv_stats().read_weight_bytes > 0
+
+
 def multiplied(llm: LLM) -> bool:
     """Whether products ran on the host."""
     return stream_of(llm).host_bytes > 0
@@ -101,6 +106,7 @@ DEEP = {**CHECKPOINT, "layers": 4}
 # them, and what three rows choose; with the least of them, what two do.
 MANY = {**MOE, "layers": 4, "experts": 16}
 MANY_WIDE = {**MANY, **WIDE, "intermediate": 512, "layers": 3, "experts": 8}
+DISK: dict[str, Any] = {"host_weights_bytes": "1%", "weights_dir": tempfile.gettempdir()}
 MOST: dict[str, Any] = {**STREAMED, "weights_memory_bytes": "90%"}
 MOST_HOST: dict[str, Any] = {**HOST, "weights_memory_bytes": "90%"}
 
@@ -198,6 +204,13 @@ CASES: dict[str, Case] = {
     "experts on both, sinks, graphs": Case(
         {**RING, "num_cpu_blocks": 60, **LEAST}, model={**GPT_OSS, "experts": 16}, alone=True, happened=multiplied
     ),
+    "weights on disk": Case({**RESIDENT, **STREAMED, **DISK}, model=DEEP, happened=read),
+    "weights on disk, offloaded, graphs": Case({**RING, **COPIED, **DISK}, model=DEEP, happened=read),
+    "chosen experts, on disk": Case({**RESIDENT, **STREAMED, **DISK}, model=MANY, alone=True, happened=read),
+    "experts on the host, on disk, GPTQ": Case(
+        {**RESIDENT, **HOST, **DISK}, model=MANY, stored="gptq-128", alone=True, happened=read
+    ),
+    "products on the host, on disk": Case({**RING, **HOST, **DISK}, model=DEEP, happened=read),
     "products on the host": Case({**RESIDENT, **HOST}, model=DEEP, happened=multiplied),
     "products on the host, offloaded": Case({**RING, **HOST}, model=DEEP, happened=multiplied),
     "products on the host, CPU attention": Case({**offloaded(BLOCK, 4, 40), **HOST}, model=DEEP, happened=multiplied),

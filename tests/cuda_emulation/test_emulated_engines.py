@@ -63,7 +63,7 @@ def test_tokens_are_those_of_the_cpu(
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "weights_memory_bytes" in case.arguments])
 def test_tokens_are_those_of_weights_that_stay(name: str, prepared: Callable[[str], tuple[Model, Tokens]]) -> None:
     model, tokens = prepared(name)
-    with model.engine("cuda", weights_memory_bytes=None) as llm:
+    with model.engine("cuda", weights_memory_bytes=None, host_weights_bytes=None, weights_dir=None) as llm:
         assert llm._runner.model.layer_weights is None  # type: ignore[union-attr]
         assert model.generate(llm) == tokens
 
