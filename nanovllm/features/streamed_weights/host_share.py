@@ -10,11 +10,11 @@ rows: more rows take longer for the same bytes.
 
 The formula only proposes. Copies and products share the memory of the host, so that their rates depend on the share; D
 is not seen in steps that wait for copies; and two slots do not hide all copies. So another share is tried for a few
-steps, and kept if they are clearly shorter. From each trial the formula learns, and may propose another one. Also
-tried are the shares beside the kept one, and all or no layers if their rates, with nothing beside them, could make
-that faster. Trials without success double the pause until the next ones; if steps take another time than before, it
-ends. (`features.cpu_attention.balance` chooses between its two ways of a step in this manner. There the ends of both
-parts of a layer are seen, so that the share follows them without trials.)
+steps, and kept if they are clearly shorter. From each trial the formula learns, and may propose another one. Also tried
+are the shares beside the kept one, and all or no layers if their rates, with nothing beside them, could make that
+faster. Trials without success double the pause until the next ones; if steps take another time than before, it ends.
+(`features.cpu_attention.balance` chooses between its two ways of a step in this manner. There the ends of both parts of
+a layer are seen, so that the share follows them without trials.)
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _SMOOTHING = 1 / 4  # weight of a step in rates and times
 _LATE = 1.3  # times the time of steps before: a longer step counts as so long
 _IDLE = 0.9  # of a step: if the link was busy for less, the step did not wait for it all the time
 # trials
-_SETTLED = 1  # steps with a share until their times count: copies for the share before are on the way
-_TRIAL = 3  # steps that count, by their median
+_TRIAL = 3  # steps, whose median counts: in the first one copies for the share before are on the way
 _HOPELESS = 2.0  # times the time with the kept share: a step that ends a trial
 _CLEARLY = 0.97  # of the time with the kept share: one that is kept instead takes at most so long
 _HOPE = 2.0  # by what factor rates may rise where only the link, or only the host, reads weights
@@ -124,8 +123,6 @@ class HostShare:
         self._host = _Rate(host)
         self._kv_bytes = 0.0  # on the link in a step
         self._rows: dict[int, _Rows] = {}  # by the bits of the number of rows
-        self._last: tuple[int, int] | None = None  # bits of the rows and share of the last step
-        self._same = 0  # steps before it with the same
 
     def layers(self, rows: int) -> tuple[int, ...]:
         """The streamed layers, by their indices, that the host multiplies in a step of so many rows."""
@@ -135,17 +132,12 @@ class HostShare:
         """Follow a step, which may have been planned some steps ago."""
         state = self._of_rows(step.rows)
         is_current = step.host_bytes == self.shares[state.current].host_bytes
-        same = (step.rows.bit_length(), state.current)
         self._measure(step, state, is_current)
-        if not is_current:  # a step between two shares, or of one before
-            self._last = None
+        if not is_current:  # a step between two shares, or of the one before
             return
-        self._same = self._same + 1 if same == self._last else 0
-        self._last = same
-        is_hopeless = state.tried is not None and step.seconds > _HOPELESS * state.seconds
-        if is_hopeless:
+        if state.tried is not None and step.seconds > _HOPELESS * state.seconds:
             self._try_next(state)
-        elif self._same >= _SETTLED:
+        else:
             self._count(step.seconds, state)
 
     # ---- the formula
