@@ -19,6 +19,8 @@ from streamed_engines import PROMPTS, VOCAB, answers, stream_of
 from nanovllm import LLM, build
 from nanovllm.device import cpu
 from nanovllm.errors import EngineError
+from nanovllm.features.streamed_weights import stream
+from nanovllm.features.streamed_weights.host_share import HostShare, StepCost
 from nanovllm.ops import triton_support
 
 BLOCK = 16
@@ -149,3 +151,25 @@ def test_without_triton_single_experts_of_a_gpu_are_computed_on_the_host(
     with LLM(made("qwen3_moe"), dtype="float32", device="cuda", weights_memory_bytes="1%", **RESIDENT) as llm:
         assert token_ids(llm, PROMPTS, greedy(4)) == expected
         assert stream_of(llm).host_bytes > 0
+
+
+@pytest.mark.usefixtures("own_device")
+def test_the_share_of_the_host_is_told_what_each_step_took(
+    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs: list[StepCost] = []
+
+    class Watched(HostShare):
+        def layers(self, rows: int) -> tuple[int, ...]:
+            return 1, 2, 4
+
+        def observe(self, step: StepCost) -> None:
+            costs.append(step)
+
+    monkeypatch.setattr(stream, "HostShare", Watched)
+    with LLM(made("qwen3"), dtype="float32", weights_memory_bytes="1%", **RESIDENT) as llm:
+        layer_bytes = stream_of(llm).streamed_bytes // 6
+        token_ids(llm, PROMPTS[0], greedy(6))
+    assert [cost.rows for cost in costs] == [1] * 4, "without the prompt, and the step that nothing follows"
+    assert all(cost.host_bytes == 3 * layer_bytes for cost in costs)
+    assert all(cost.seconds >= 0 for cost in costs)

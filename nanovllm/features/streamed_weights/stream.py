@@ -76,7 +76,7 @@ class WeightStream:
         if self._exchange is None or plan.in_place or any(layer.experts is not None for layer in self._layers.values()):
             return LayerWays(plan, specs, None, None)
         share = HostShare([layer.memory.nbytes for layer in self._layers.values()], GUESSED_RATE, GUESSED_RATE)
-        return LayerWays(plan, specs, share, PassTimes(self._device, self._exchange))
+        return LayerWays(plan, specs, share, PassTimes(self._device, self._exchange, self.streamed[-1]))
 
     # ---- what a model asks for
 

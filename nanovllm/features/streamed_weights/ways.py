@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm.data.network import ExpertSpec
-from nanovllm.device import Busy, Device
+from nanovllm.device import Busy, Device, Mark
 from nanovllm.features.streamed_weights.host_products import HostExchange
 from nanovllm.features.streamed_weights.host_share import HostShare, StepCost
 from nanovllm.memory.weights import MOST_HOST_ROWS, WeightPlan
@@ -68,23 +67,25 @@ class LayerWays:
 
 @dataclass(slots=True)
 class _Pass:
-    """When a pass began, when its last layer did, and the counters before it."""
+    """When the device came to a pass, and to the last layer that streams, and the counters before it."""
 
-    since: float
-    until: float
+    since: Mark
+    until: Mark | None  # None before that layer
     rows: int
-    index: int  # of its last layer
+    index: int  # of its latest layer
     link: Busy
     host_bytes: int
     host_seconds: float
 
 
 class PassTimes:
-    """What passes of few rows take. What follows the last layer is left out: it may be a long wait for a request."""
+    """What passes of few rows take, up to the last layer that streams: a long wait for a request may follow a pass."""
 
-    def __init__(self, device: Device, exchange: HostExchange) -> None:
+    def __init__(self, device: Device, exchange: HostExchange, last: int) -> None:
+        """last: the last layer that streams."""
         self._device = device
         self._exchange = exchange
+        self._last = last
         self._pass: _Pass | None = None
 
     def is_behind(self, index: int) -> bool:
@@ -93,21 +94,27 @@ class PassTimes:
 
     def note(self, index: int, rows: int) -> None:
         """The pass comes to a layer."""
-        now = time.perf_counter()
+        stream = self._device.compute_stream
         if self._pass is None:
             exchange = self._exchange
-            self._pass = _Pass(now, now, rows, index, self._device.link_busy(), exchange.num_bytes, exchange.seconds)
+            link = self._device.link_busy()
+            self._pass = _Pass(stream.mark(), None, rows, index, link, exchange.num_bytes, exchange.seconds)
+        if index >= self._last and self._pass.until is None:
+            self._pass.until = stream.mark()
         self._pass.index = index
-        self._pass.until = now
         self._pass.rows = max(self._pass.rows, rows)
 
     def end(self) -> StepCost | None:
-        """What the pass took; None if it had many rows, or if that was told."""
+        """What the pass took; None if it had many rows, if that was told, or if the device is not done with it."""
         last = self._pass
         self._pass = None
-        if last is None or last.rows > MOST_HOST_ROWS:
+        if last is None or last.rows > MOST_HOST_ROWS or last.until is None:
+            return None
+        since = last.since.seconds()
+        until = last.until.seconds()
+        if since is None or until is None:
             return None
         link = self._device.link_busy() - last.link
         host_bytes = self._exchange.num_bytes - last.host_bytes
         host_seconds = self._exchange.seconds - last.host_seconds
-        return StepCost(last.rows, last.until - last.since, link.num_bytes, link.seconds, host_bytes, host_seconds)
+        return StepCost(last.rows, until - since, link.num_bytes, link.seconds, host_bytes, host_seconds)
