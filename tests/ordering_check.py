@@ -15,7 +15,7 @@ import bisect
 import math
 import mmap
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -206,6 +206,19 @@ class OrderingCheck(DeviceWrapper):
 
     def declare_host_access(self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = ()) -> None:
         self._check(f"host's {name!r}", self._host, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
+
+    def read(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """When the tensor is there the host has waited for all that was computed before."""
+        with self._lock:
+            clock = dict(self._compute.clock)
+        inner = self.inner.read(tensor)
+
+        def wait() -> Tensor:
+            with self._lock:
+                join(self._host_clock, clock)
+            return inner()
+
+        return wait
 
     # ---- the check
 

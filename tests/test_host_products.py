@@ -20,6 +20,7 @@ from nanovllm import LLM, build
 from nanovllm.device import cpu
 from nanovllm.errors import EngineError
 from nanovllm.features.streamed_weights import stream
+from nanovllm.features.streamed_weights.host_products import HostExchange
 from nanovllm.features.streamed_weights.host_share import HostShare, StepCost
 from nanovllm.ops import triton_support
 
@@ -139,6 +140,22 @@ def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
                 llm.generate(PROMPTS * 3, greedy(9), use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
         assert token_ids(llm, PROMPTS, greedy(9)) == expected
+
+
+@pytest.mark.usefixtures("own_device")
+def test_a_result_is_overwritten_only_when_the_device_has_taken_it(
+    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are read without a wait for the device are noticed."""
+    given: dict[str, Any] = {**RESIDENT, "dtype": "float32", "weights_memory_bytes": "1%"}
+    with LLM(made("qwen3"), **given) as llm:
+        token_ids(llm, PROMPTS[2], greedy(3))
+    monkeypatch.setattr(HostExchange, "read", lambda exchange, tensors: list(tensors))
+    with (
+        LLM(made("qwen3"), **given) as llm,
+        pytest.raises(EngineError, match="'a result of the host' on stream host writes"),
+    ):
+        token_ids(llm, PROMPTS[2], greedy(3))
 
 
 @pytest.mark.cuda

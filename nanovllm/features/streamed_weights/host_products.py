@@ -39,6 +39,7 @@ class MappedBuffer:
     def put(self, tensor: Tensor) -> Tensor:
         """The tensor on the device."""
         own = self._memory[: tensor.nbytes]
+        self._device.declare_host_access("a result of the host", writes=(own,))
         own.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         self._device.declare_kernel("take a result of the host", reads=(own,))
         taken = torch.mul(self._mapped[: tensor.nbytes].view(tensor.dtype).view(tensor.shape), 1)  # by a kernel
@@ -47,21 +48,24 @@ class MappedBuffer:
 
 
 class HostExchange:
-    """The way of rows to the host, and of results back. Where the device shares the host's memory nothing moves."""
+    """The way of rows to the host, and of results back.
+
+    in_place: the device shares the host's memory, so that nothing moves.
+    """
 
     def __init__(self, device: Device, most_bytes: int) -> None:
         """most_bytes: of a result."""
         self._device = device
-        self._in_place = device.shares_host
+        self.in_place = device.shares_host
         self.num_bytes = 0  # of weights with which the host multiplies, counted by those who ask for it
         self.seconds = 0.0  # which products took, without the wait for rows
-        if not self._in_place:
+        if not self.in_place:
             self._results = MappedBuffer(device, most_bytes)
             self.routings = MappedBuffer(device, ROUTING_BYTES)
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors on the host. Waits for the device."""
-        if self._in_place:
+        if self.in_place:
             return list(tensors)
         waits = [self._device.read(tensor) for tensor in tensors]
         return [wait() for wait in waits]
@@ -71,7 +75,7 @@ class HostExchange:
         begin = time.perf_counter()
         result = compute()
         self.seconds += time.perf_counter() - begin
-        if self._in_place:
+        if self.in_place:
             return result
         return self._results.put(result)
 
@@ -127,7 +131,8 @@ class PlacedWeight:
         return self._host
 
     def kernel_parts(self) -> Sequence[WeightPart] | None:
-        return self._here.kernel_parts()
+        """None on the host of a device of its own too: the kernels of a whole layer know no way there."""
+        return None if self.is_on_host and not self._exchange.in_place else self._here.kernel_parts()
 
     def use_torch_products(self) -> None:
         self.in_slot.use_torch_products()
