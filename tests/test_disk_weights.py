@@ -19,7 +19,9 @@ from fast import fast_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ordering_check import OrderingCheck, OrderingError
+from quantized_checkpoints import quantize, set_quantization
 from rank_processes import kept_rank_processes
+from safetensors.torch import load_file, save_file
 from streamed_engines import PROMPTS, VOCAB, answers, stream_of
 from test_ordering import order_calls, without_call
 
@@ -168,6 +170,27 @@ def test_the_ordering_check_notices_a_read_that_does_not_wait_for_copies(
         says = pytest.raises((OrderingError, EngineError))
     with LLM(made(family), dtype="float32", weights_dir=tmp_path, host_products=False, **LEAST) as llm, says:
         token_ids(llm, PROMPTS, greedy(3))
+
+
+def test_experts_that_differ_in_form_leave_the_others_fewer_places(tmp_path: Path) -> None:
+    """Their layers are read whole, into larger places."""
+    sizes = {"hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": 4, "layers": 4, "experts": 16}
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", vocab=VOCAB, **sizes)
+    path = quantize(tmp_path / "plain", tmp_path / "packed", "pack-quantized-32")
+    name = "model.layers.1.mlp.experts.3.down_proj"
+    tensors = load_file(path / "model.safetensors")
+    kept = {stored: tensor for stored, tensor in tensors.items() if not stored.startswith(f"{name}.")}
+    plain = load_file(tmp_path / "plain" / "model.safetensors")[f"{name}.weight"]
+    save_file({**kept, f"{name}.weight": plain}, path / "model.safetensors")
+    set_quantization(path, ignore=["lm_head", name])
+    with LLM(path, dtype="bfloat16", **RESIDENT) as llm:
+        expected = answers(llm)
+    given = {**RESIDENT, "weights_memory_bytes": "1%", "host_weights_bytes": "70%", "weights_dir": tmp_path / "disk"}
+    with LLM(path, dtype="bfloat16", **given) as llm:
+        assert answers(llm) == expected
+        plan = llm._runner.sizing.weights
+        places = [units._memory for units in stream_of(llm)._on_disk]
+        assert sum(memory.nbytes for memory in places) <= plan.host_bytes + BLOCK_BYTES * sum(map(len, places))
 
 
 # ---- what fails

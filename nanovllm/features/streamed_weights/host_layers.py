@@ -416,14 +416,26 @@ class HostLayers:
 
     def _read_from_disk(self) -> None:
         """Give what lies in the file its places on the host."""
-        num_places = self.plan.host_experts
-        few = max(num_places // PASSING_SHARE, LEAST_ROWS * self.plan.sizes.experts_per_token)
         on_disk = {index: self.of_layer[index] for index in self.plan.on_disk}
         experts = {index: layer for index, layer in on_disk.items() if layer.has_single_experts}
         whole = {index: layer for index, layer in on_disk.items() if index not in experts}
-        self._give_places(experts, num_places, min(few, num_places))
-        self._give_places(whole, min(HOST_PLACES, len(whole)), min(HOST_PLACES, len(whole)))
+        num_whole = min(HOST_PLACES, len(whole))
+        least = LEAST_ROWS * self.plan.sizes.experts_per_token
+        num_places = self._expert_places(least, experts, num_whole * max(map(_num_bytes, whole.values()), default=0))
+        self._give_places(experts, num_places, min(max(num_places // PASSING_SHARE, least), num_places))
+        self._give_places(whole, num_whole, num_whole)
         self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def _expert_places(self, least: int, layers: Mapping[int, HostLayer], whole_bytes: int) -> int:
+        """Places for the experts of layers, at least so many if there are.
+
+        Fewer than planned where experts of other layers differ in form, which are read whole. whole_bytes: of places
+        for what is read whole.
+        """
+        plan = self.plan
+        beyond = max(0, whole_bytes - plan.host_places * plan.host_place_bytes)
+        num_places = max(least, plan.host_experts - -(-beyond // max(1, plan.expert_bytes)))
+        return min(num_places, sum(layer.num_units for layer in layers.values()))
 
     def _give_places(self, layers: Mapping[int, HostLayer], num_places: int, num_passing: int) -> None:
         if layers:
@@ -437,6 +449,10 @@ class HostLayers:
         memory = self._device.empty(f"weights_memory_bytes: {what}", (num_bytes,), torch.uint8)
         use_huge_pages(memory)
         return memory
+
+
+def _num_bytes(layer: HostLayer) -> int:
+    return layer.memory.nbytes
 
 
 def _host_memory(device: Device, name: str, shape: tuple[int, ...]) -> Tensor:
