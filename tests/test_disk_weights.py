@@ -174,7 +174,7 @@ def test_the_ordering_check_notices_a_read_that_does_not_wait_for_copies(
 
 def test_experts_that_differ_in_form_leave_the_others_fewer_places(tmp_path: Path) -> None:
     """Their layers are read whole, into larger places."""
-    sizes = {"hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": 4, "layers": 4, "experts": 16}
+    sizes: dict[str, Any] = {"hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": 4, "layers": 4, "experts": 16}
     make_checkpoint(tmp_path / "plain", "qwen3_moe", vocab=VOCAB, **sizes)
     path = quantize(tmp_path / "plain", tmp_path / "packed", "pack-quantized-32")
     name = "model.layers.1.mlp.experts.3.down_proj"
