@@ -232,11 +232,12 @@ class ModelRunner:
         if not self._closed:
             self._last_stats = self.kv_stats()
             self._closed = True
+            weights = self.model.layer_weights
             try:
                 self.device.close()
-                if self.model.layer_weights is not None:
-                    self.model.layer_weights.close()
             finally:
+                if weights is not None:
+                    weights.close()
                 del self.model, self.kv_cache, self.passes, self.pass_hooks
 
     @cached_property

@@ -16,7 +16,8 @@ from nanovllm.device import Device, PitchedCopy, Stream
 from nanovllm.features.streamed_weights.chosen_experts import ChosenExperts, copy_of
 from nanovllm.features.streamed_weights.disk_units import DiskLayer, DiskUnits
 from nanovllm.features.streamed_weights.host_cache import Unit
-from nanovllm.features.streamed_weights.host_layers import HostLayer, HostLayers
+from nanovllm.features.streamed_weights.host_layer import HostLayer
+from nanovllm.features.streamed_weights.host_layers import HostLayers
 from nanovllm.features.streamed_weights.host_products import HostExchange, HostExperts
 from nanovllm.features.streamed_weights.host_share import HostShare
 from nanovllm.features.streamed_weights.ways import LayerWays, PassTimes, Way
@@ -282,6 +283,7 @@ class WeightStream:
     def reset(self) -> None:
         """Wait for the copies, failed or not, after which no slot has a layer, and the cache no expert."""
         self._order.reset()
+        self._ways.forget_pass()
         self._held = [None] * len(self._slots)
         self._converted = None
         self._chosen.clear()

@@ -64,6 +64,11 @@ class LayerWays:
             self._share.observe(cost)
             self._latest = None
 
+    def forget_pass(self) -> None:
+        """The pass has failed."""
+        if self._times is not None:
+            self._times.end()
+
 
 @dataclass(slots=True)
 class _Pass:
