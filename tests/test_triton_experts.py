@@ -16,6 +16,7 @@ from nanovllm.data.network import ExpertSpec
 from nanovllm.formats.quantization.config_fields import Modules
 from nanovllm.formats.quantization.mxfp4 import Mxfp4
 from nanovllm.formats.quantization.packed_method import PackedMethod
+from nanovllm.layers import expert_weights
 from nanovllm.layers import experts as experts_module
 from nanovllm.layers.build_context import BuildContext
 from nanovllm.layers.dense_weight import linear
@@ -234,7 +235,7 @@ MXFP4 = PackedMethod("mxfp4", Mxfp4(), Modules((), targets=(r"re:.*\.experts\.",
     "name", [pytest.param(name, marks=[] if name in FAST_LAYERS else pytest.mark.slow) for name in ROUTERS]
 )
 def test_a_layer_computes_the_same_at_once_as_expert_by_expert(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(experts_module, "stacked_on", lambda device: True)
+    monkeypatch.setattr(expert_weights, "stacked_on", lambda device: True)
     for method in (None, MXFP4):
         made = made_layer(name, method)
         x = random(2, 64)
@@ -258,7 +259,7 @@ class AddsTheMean:
 
 def test_adapters_of_the_shared_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """They add to its two products, and to no other."""
-    monkeypatch.setattr(experts_module, "stacked_on", lambda device: True)
+    monkeypatch.setattr(expert_weights, "stacked_on", lambda device: True)
     made = made_layer("shared, gated")
     x = random(2, 64)
     adapters = AddsTheMean()

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.formats.gguf.model import GgufMethod, ReorderedInputs
-from nanovllm.layers import experts as experts_module
+from nanovllm.layers import expert_weights as stored_experts
 from nanovllm.layers.build_context import BuildContext, Split
-from nanovllm.layers.experts import ExpertWeights
+from nanovllm.layers.expert_weights import ExpertWeights
 from nanovllm.layers.linear_method import LinearMethod, StoredWeight
 from nanovllm.layers.module import Module
 from nanovllm.models.hf_config import load_network_config
@@ -75,7 +75,7 @@ def made(on_gpu: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_kernels, "can_interleave", lambda weight: False)
         if on_gpu:
-            patch.setattr(experts_module, "stacked_on", lambda device: True)
+            patch.setattr(stored_experts, "stacked_on", lambda device: True)
             patch.setattr(PackedWeight, "for_kernels", finished_on_gpu)
         yield
 

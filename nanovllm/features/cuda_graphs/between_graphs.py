@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.causal_lm import CausalLM, LayerWeights
-from nanovllm.layers.experts import ExpertLoads, Experts, ExpertWeights, Group, HostPart, Routing
+from nanovllm.layers.expert_weights import ExpertWeights
+from nanovllm.layers.experts import ExpertLoads, Experts, Group, HostPart, Routing
 from nanovllm.layers.forward_context import ForwardContext
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from nanovllm.features.streamed_weights.storages import (
     spans,
     views,
 )
-from nanovllm.layers.experts import Experts, ExpertWeights
+from nanovllm.layers.expert_weights import ExpertWeights
+from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.linear_method import StoredWeight
 from nanovllm.layers.module import Module

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.device import Device
-from nanovllm.layers.experts import ExpertWeights, Group, Routing, groups_of
+from nanovllm.layers.expert_weights import ExpertWeights
+from nanovllm.layers.experts import Group, Routing, groups_of
 from nanovllm.layers.linear_method import NamedSlots, StoredWeight
 from nanovllm.ops.cpu_kernels import WeightPart
 
