@@ -121,8 +121,10 @@ define INSTALL_PARTS
 endef
 
 # The extensions compile while torch is unpacked. Python compiles what is imported, not the thousands of files beside it.
+# torch wants setuptools too: it is renewed before, since a build that begins while it is replaced finds half of it.
 PIP := $(BIN)/python -m pip install --no-compile
 $(VENV)/.installed: setup.py pyproject.toml $(wildcard csrc/*) | $(BIN)/python
+	$(PIP) 'setuptools>=77'
 	$(PIP) --no-deps --editable . & build=$$!; \
 		$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(TORCH) || { wait; exit 1; }; \
 		wait $$build
