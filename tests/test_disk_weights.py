@@ -76,11 +76,7 @@ CASES = [
     for products in (True, False)
     for device in (True, False)
 ]
-FAST = [
-    ("qwen3", "offloaded", True, False),
-    ("gpt_oss", "resident", False, False),
-    ("glm4_moe", "offloaded", True, True),
-]
+FAST = [("qwen3", "offloaded", True, False), ("glm4_moe", "offloaded", True, True)]
 
 
 @pytest.mark.parametrize(("family", "kv", "products", "shares"), fast_only(FAST, CASES))
@@ -209,12 +205,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     monkeypatch.setattr(os, "preadv", broken)
 
 
-FAILURES = [
-    (family, products, at) for family in ("qwen3", "qwen3_moe") for products in (True, False) for at in (1, 3, 15)
-]
+FAST_FAILURES = [("qwen3", True, 3), ("qwen3", False, 3), ("qwen3_moe", True, 1), ("qwen3_moe", False, 3)]
+# Of experts that the host computes most are there in the second run, so that fewer are read.
+FAILURES = [*FAST_FAILURES, *((family, products, at) for family, products, _ in FAST_FAILURES[::3] for at in (1, 15))]
 
 
-@pytest.mark.parametrize(("family", "products", "fails_at"), fast_only(FAILURES[1::3], FAILURES))
+@pytest.mark.parametrize(("family", "products", "fails_at"), fast_only(FAST_FAILURES, FAILURES))
 def test_a_failing_read_ends_the_running_requests_and_not_the_engine(
     made: Made, family: str, products: bool, fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

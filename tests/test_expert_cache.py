@@ -208,7 +208,8 @@ def test_another_topic_is_followed() -> None:
     assert begin < before - 0.1 and after > before - 0.05
 
 
-@pytest.mark.parametrize("family", fast_only(["qwen3_moe"], ["qwen3_moe", "gpt_oss"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_of_a_recorded_routing_much_is_there(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}[family]
     make_checkpoint(tmp_path, family, vocab=VOCAB, layers=LAYERS, **{name: 32})

@@ -219,7 +219,7 @@ class ModelRunner:
 
     @property
     def _moved_weights(self) -> tuple[int, int]:
-        """Bytes that were copied to the device, and read from disk."""
+        """Bytes that were copied to the device, and read from files."""
         weights = self.model.layer_weights
         return (0, 0) if weights is None else (weights.loaded_bytes, weights.read_bytes)
 

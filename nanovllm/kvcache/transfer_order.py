@@ -23,7 +23,7 @@ and an eighth the weights:
 8. The matrices of a streamed layer are in their slot before the layer is computed, and used before those of another
    layer overwrite them: `weights_ready`, `weights_used`, per slot. They have a stream of their own (`WeightOrder`).
    Experts that nobody waits for are used when they have arrived (`after_fill_behind`, `before_arrived`).
-   Host memory from which they were copied is read into from disk after that: `after_copies`, for which the reading
+   Host memory from which they were copied is read into from a file after that: `after_copies`, for which the reading
    thread waits.
 
 What needs no event:
