@@ -279,7 +279,6 @@ def check_experts(weights: ExpertWeights, others: ExpertWeights, numbers: Sequen
     tensors = list(weights.own_weight_tensors())
     expected = copies(tensors)
     spoil(tensors)
-    assert weights.can_take(others)
     every = range(len(others._parts))
     parts = side_by_side([copies(list(others.tensors_of(number))) for number in every])
     weights.take_(None, parts)
@@ -341,27 +340,6 @@ def test_experts_of_any_sizes_become_a_stack(draw: st.DataObject) -> None:
         patch.setattr(panel_conversion, "PIECE_BYTES", draw.draw(st.sampled_from([1, 5000, 1 << 24])))
         check_experts(device, host, numbers)
     assert same([biases for biases in device._biases if biases is not None], biases)
-
-
-def test_forms_that_do_not_match_are_known_before() -> None:
-    both = {"gate": "Q4_0", "up": "Q4_0"}
-    with made(on_gpu=False):
-        host = expert_weights(method_of(both), 20, 64, torch.float32)
-        plain = expert_weights(None, 20, 64, torch.float32)
-        of_rows = [expert_weights(method_of(both), rows, 64, torch.float32) for rows in (16, 24)]
-    interleaved = expert_weights(None, 20, 64, torch.float32)
-    with made(on_gpu=True):
-        stack = expert_weights(method_of(both), 20, 64, torch.float32)
-        plain_stack = expert_weights(None, 20, 64, torch.float32)
-        types = {name: kind for name, kind in method_of(both).types.items() if not name.startswith("3")}
-        several = expert_weights(GgufMethod(types), 20, 64, torch.float32)
-    assert stack.can_take(host) and plain_stack.can_take(plain)
-    assert not several.is_stacked and not several.can_take(host)
-    assert not plain_stack.can_take(interleaved), "its rows are not where a copy finds them"
-    for other in (plain, several, stack, *of_rows):
-        assert not stack.can_take(other)
-    for other in (host, several, plain_stack):
-        assert not plain_stack.can_take(other)
 
 
 def test_weights_of_another_form_are_refused() -> None:

@@ -21,10 +21,10 @@ from nanovllm.layers.linear_method import (
     slot_of,
 )
 from nanovllm.layers.module import Matrix, Module, Weights
-from nanovllm.layers.packed_matrix import PackedMatrix, StackedWeights, weights_of_one_form
+from nanovllm.layers.packed_matrix import PackedMatrix, StackedWeights
 from nanovllm.ops.cpu_kernels import use_huge_pages
 from nanovllm.ops.packed_weights import packed_linear
-from nanovllm.ops.panel_conversion import can_take_panels, take_panels_, write_matrices_
+from nanovllm.ops.panel_conversion import take_panels_, write_matrices_
 
 
 class ExpertWeights(Module):
@@ -163,24 +163,12 @@ class ExpertWeights(Module):
                 weights.append(DenseWeight({"": size}, matrix.shape[1], matrix.dtype, matrix.device, matrix))
         return weights[0] if len(weights) == 1 else StackedWeights(weights, self._sizes, self._build.dtype)
 
-    def can_take(self, other: ExpertWeights) -> bool:
-        """Whether `take_` knows the form of `other`: the same experts, finished on the CPU, each a weight of its own.
-
-        Plain numbers must lie row by row there, packed ones in panels.
-        """
-        if not self.is_stacked or other.is_stacked or len(self._parts) != len(other._parts):
-            return False
-        return all(
-            len(forms) == len(self._weights) and all(map(_can_take_form, self._weights, forms, self._sizes))
-            for forms in (weights_of_one_form(weight) for weight in other._weights)
-        )
-
     def take_(self, numbers: Sequence[int] | None, parts: Sequence[Tensor]) -> None:
         """Become the matrices of some experts in the form of the CPU's kernels, in the same memory as before.
 
-        This one is stacked, and `can_take` the experts. parts: each of one expert's `tensors_of` there, of n experts
-        and on this device: [n, *shape], maybe strided along the first dimension. numbers: which experts those are, each
-        once; None: all, in order. Biases stay as they are.
+        This one is stacked. parts: each of one expert's `tensors_of` after `for_cpu`, of n experts and on this device:
+        [n, *shape], maybe strided along the first dimension. numbers: which experts those are, each once; None: all, in
+        order. Biases stay as they are.
         """
         left = iter(parts)
         for weight, size in zip(self._weights, self._sizes, strict=True):
@@ -233,16 +221,6 @@ class ExpertWeights(Module):
     def own_vector_weights(self) -> Weights:
         biases = [biases for biases in self._biases if biases is not None]
         return Weights(sum(biases.numel() for biases in biases), sum(biases.nbytes for biases in biases))
-
-
-def _can_take_form(stack: StoredWeight, weight: StoredWeight, out_features: int) -> bool:
-    """Whether a stack can take matrices of this form with so many output features."""
-    if isinstance(stack, PackedMatrix) and isinstance(weight, PackedMatrix):
-        return can_take_panels(stack.packed, weight.packed, out_features)
-    if not isinstance(stack, DenseWeight) or not isinstance(weight, DenseWeight):
-        return False
-    ((mine,), (theirs,)) = (form.tensors() for form in (stack, weight))
-    return not stack.is_interleaved and not weight.is_interleaved and theirs.shape == (out_features, mine.shape[1])
 
 
 def stacked_on(device: torch.device) -> bool:

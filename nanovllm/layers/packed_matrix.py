@@ -143,11 +143,6 @@ class StackedWeights:
             weight.use_torch_products()
 
 
-def weights_of_one_form(weight: StoredWeight) -> Sequence[StoredWeight]:
-    """What a weight consists of, one below the other."""
-    return weight.weights if isinstance(weight, StackedWeights) else [weight]
-
-
 def stack_by_form(
     parts: Mapping[str, int],
     form_of: Callable[[str, int], Form],

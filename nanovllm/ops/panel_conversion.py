@@ -27,21 +27,10 @@ def take_(weight: PackedWeight, other: PackedWeight) -> None:
     if _form(weight) == _form(other) and _order(weight) == _order(other):
         for mine, theirs in zip(weight.parts, other.parts, strict=True):
             mine.copy_(theirs)
-    elif can_take_panels(weight, other):
+    elif _form(weight) == _form(other) and weight.panel_outputs is None and other.panel_outputs is not None:
         take_panels_(weight, [part.unsqueeze(0) for part in other.parts], weight.out_features)
     else:
         raise ValueError(f"{_described(weight)} cannot become {_described(other)}.")
-
-
-def can_take_panels(weight: PackedWeight, other: PackedWeight, out_features: int | None = None) -> bool:
-    """Whether `other` is in panels and `take_panels_` writes it into `weight`, a stack of matrices or one alone.
-
-    out_features: of each in the stack, None for one alone.
-    """
-    (all_outputs, *form) = _form(weight)
-    outputs = all_outputs if out_features is None else out_features
-    is_in_panels = other.panel_outputs is not None
-    return weight.panel_outputs is None and is_in_panels and _form(other) == (outputs, *form)
 
 
 def take_panels_(
