@@ -20,7 +20,8 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
 from nanovllm.features.streamed_weights import disk_units
 from nanovllm.features.streamed_weights.disk_units import DiskUnits
-from nanovllm.features.streamed_weights.host_cache import HostCache, Unit
+from nanovllm.features.streamed_weights.host_cache import HostCache
+from nanovllm.features.streamed_weights.uses import Unit
 from nanovllm.features.streamed_weights.weight_file import BLOCK, WeightFile
 
 TIMES = int(os.environ.get("NANOVLLM_FUZZ_TIMES", "1"))  # as many examples

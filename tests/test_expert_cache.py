@@ -29,7 +29,7 @@ from streamed_engines import PROMPTS, VOCAB
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.streamed_weights import expert_cache
+from nanovllm.features.streamed_weights import uses as counted_uses
 from nanovllm.features.streamed_weights.expert_cache import Expert, UsedMost
 from nanovllm.layers.experts import Experts
 
@@ -143,7 +143,7 @@ def test_each_place_has_one_expert_that_was_copied_there(calls: list[tuple[str, 
 
 def test_scores_are_compared_alike_after_any_number_of_passes(routing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     of_engine = hits_of_following(routing("topics"), ALL // 4)
-    monkeypatch.setattr(expert_cache, "_LARGEST_WEIGHT", 16.0)
+    monkeypatch.setattr(counted_uses, "MOST_WEIGHT", 16.0)
     assert hits_of_following(routing("topics"), ALL // 4) == of_engine
 
 

@@ -12,7 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanovllm.features.streamed_weights.host_cache import HALF_LIFE, MOST_WEIGHT, HostCache, Unit
+from nanovllm.features.streamed_weights.host_cache import HALF_LIFE, HostCache
+from nanovllm.features.streamed_weights.uses import MOST_WEIGHT, Unit
 
 TIMES = int(os.environ.get("NANOVLLM_FUZZ_TIMES", "1"))  # as many examples
 LAYERS = 6
@@ -197,4 +198,4 @@ def test_worth_is_counted_on_for_any_number_of_passes() -> None:
             read.update(cache.need([unit])[1])
             cache.release([unit])
     assert read[0, 0] == 1 and read[1, 0] == 2_000
-    assert cache._weight <= MOST_WEIGHT < 2 ** (10_000 / HALF_LIFE) and len(cache._least) == 1
+    assert cache._worth.weight <= MOST_WEIGHT < 2 ** (10_000 / HALF_LIFE) and len(cache._least) == 1

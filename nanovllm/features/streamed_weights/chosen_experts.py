@@ -12,10 +12,10 @@ from torch import Tensor
 
 from nanovllm.device import Device, Event, Mark, PitchedCopy, Stream
 from nanovllm.features.streamed_weights.expert_cache import Expert, UsedMost
-from nanovllm.features.streamed_weights.host_cache import Unit
 from nanovllm.features.streamed_weights.host_layer import HostLayer
 from nanovllm.features.streamed_weights.host_layers import HostLayers
 from nanovllm.features.streamed_weights.host_products import Chosen, HostExchange, HostExperts, chosen_numbers
+from nanovllm.features.streamed_weights.uses import Unit
 from nanovllm.kvcache.transfer_order import WeightOrder
 from nanovllm.layers.experts import Routing
 

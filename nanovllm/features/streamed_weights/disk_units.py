@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device, Event
-from nanovllm.features.streamed_weights.host_cache import HostCache, Unit
+from nanovllm.features.streamed_weights.host_cache import HostCache
+from nanovllm.features.streamed_weights.uses import Unit
 from nanovllm.features.streamed_weights.weight_file import BLOCK, Read, WeightFile
 from nanovllm.ops.cpu_kernels import use_huge_pages
 

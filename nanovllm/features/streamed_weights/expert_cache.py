@@ -1,12 +1,6 @@
 """Which experts the device keeps: those that are used most. A policy of numbers.
 
-The score of an expert is the number of passes that used it. A use counts half as much after HALF_LIFE passes:
-
-    score = sum over its uses of 2 ** -(passes since then / HALF_LIFE)
-
-Source: Lee et al., "LRFU: A Spectrum of Policies that Subsumes the Least Recently Used and Least Frequently Used
-Policies" (2001). All scores shrink alike, so none is computed again until its expert is used: instead a use weighs more
-in each next pass (Cormode et al., "Forward Decay", 2009).
+The score of an expert is that of `uses`, with a half-life of HALF_LIFE passes.
 
 A pass takes the layers in turn. Uses count from the next pass on, so that experts of all layers are compared by the
 same passes. If uses counted at once, or the least recently used expert gave way, the experts of the next layers would
@@ -23,24 +17,24 @@ import math
 from collections.abc import Iterable, Set
 from heapq import heapify, heappop, heappush, heapreplace
 
-Expert = tuple[int, int]  # layer, number in the layer
+from nanovllm.features.streamed_weights.uses import Unit, Uses
+
+Expert = Unit
 
 HALF_LIFE = 64  # passes
 NEWCOMERS_SHARE = 4  # of 1 / NEWCOMERS_SHARE of the places newcomers may stay whatever their scores are
 CLEARLY = 1.5  # by how many roots of their sum one score must exceed the other: 2.1 standard deviations
-_LARGEST_WEIGHT = 2.0**500
 
 
 class UsedMost:
     """Places for experts, of which the one with the least score gives way to another.
 
-    Calls of a pass come in the order of layers: one with a layer that is not behind the last one's begins a pass.
+    Calls of a pass come in the order of layers, see `Uses`.
     """
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
-        self._scores: dict[Expert, float] = {}  # times `_weight`
-        self._weight = 1.0  # of a use in this pass
+        self._uses = Uses(HALF_LIFE)
         self._used: list[Expert] = []  # in this pass
         self._layer = -1  # of the last call
         self.clear()
@@ -82,7 +76,7 @@ class UsedMost:
         used = dict.fromkeys(experts)
         self._count(used.keys())
         there = {expert: place for expert in used if (place := self._places.get(expert)) is not None}
-        missing = sorted(used.keys() - there, key=lambda expert: (-self._scores.get(expert, 0.0), expert))
+        missing = sorted(used.keys() - there, key=lambda expert: (-self._uses[expert], expert))
         replacements = []
         for expert in missing[:most]:
             if not self._free and not self._gives_way_to(expert, used.keys()):
@@ -101,27 +95,23 @@ class UsedMost:
     # ---- scores
 
     def _count(self, used: Set[Expert]) -> None:
-        layer = min(used)[0]
-        if layer <= self._layer:
+        self._layer = layer = min(used)[0]
+        if self._uses.is_next_pass(layer):
             self._begin_pass()
-        self._layer = layer
         self._used += used
         for expert in self._newcomers.pop(layer, ()):
             self._rank(expert)
 
     def _begin_pass(self) -> None:
         for expert in self._used:
-            self._scores[expert] = self._scores.get(expert, 0.0) + self._weight
+            self._uses.add(expert)
         self._used = []
-        self._weight *= 2.0 ** (1.0 / HALF_LIFE)
-        if self._weight > _LARGEST_WEIGHT:
-            self._scores = {expert: score / self._weight for expert, score in self._scores.items()}
-            self._heap = [(score / self._weight, expert) for score, expert in self._heap]
+        if self._uses.begin_pass():
+            self._heap = [(self._uses[expert], expert) for _, expert in self._heap]
             heapify(self._heap)
-            self._weight = 1.0
 
     def _rank(self, expert: Expert) -> None:
-        heappush(self._heap, (self._scores.get(expert, 0.0), expert))
+        heappush(self._heap, (self._uses[expert], expert))
 
     # ---- places
 
@@ -138,20 +128,20 @@ class UsedMost:
 
     def _gives_way_to(self, expert: Expert, used: Set[Expert]) -> bool:
         """Whether the expert with the least score has given its place up for one that is used clearly more."""
-        score = self._scores.get(expert, 0.0)
+        score = self._uses[expert]
         if not self._heap or not self._is_clearly_more(score, self._heap[0][0]):
             return False
         least = self._pop_least(used)
         if least is None:
             return False
-        if self._is_clearly_more(score, self._scores.get(least, 0.0)):
+        if self._is_clearly_more(score, self._uses[least]):
             self._free.append(self._places.pop(least))
             return True
         self._rank(least)
         return False
 
     def _is_clearly_more(self, score: float, other: float) -> bool:
-        return score - other > CLEARLY * math.sqrt((score + other) * self._weight)
+        return score - other > CLEARLY * math.sqrt((score + other) * self._uses.weight)
 
     def _pop_least(self, kept: Set[Expert]) -> Expert | None:
         """The ranked expert with the least score, except those that are kept or on their way; None if there is none."""
@@ -159,7 +149,7 @@ class UsedMost:
         least = None
         while self._heap and least is None:
             known, expert = self._heap[0]
-            score = self._scores.get(expert, 0.0)
+            score = self._uses[expert]
             if score > known:  # it was used since it was put here; scores never shrink
                 heapreplace(self._heap, (score, expert))
                 continue

@@ -5,8 +5,7 @@ that are used in a cycle drive nothing else out. A unit that would leave them is
 least of those that are kept, which leaves in its stead. So a newcomer must have been used more often, as in W-TinyLFU
 (Einziger, Friedman and Manes, 2017).
 
-The worth of a unit is the sum of 2^(-age / HALF_LIFE) over its uses, with ages in passes: Lee et al., "LRFU" (2001). It
-is counted as of a fixed pass, by which the order of units does not change (Cormode et al., "Forward Decay", 2009).
+The worth of a unit is its score in `uses`, with a half-life of HALF_LIFE passes.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 
-Unit = tuple[int, int]  # layer, and number in the layer
+from nanovllm.features.streamed_weights.uses import Unit, Uses
 
 HALF_LIFE = 16  # passes
 MARGIN = 1.25  # times the least worth that a newcomer needs: one use later in the same pass is not enough
-MOST_WEIGHT = 1e100  # of a use, beyond which worth is counted as of a later pass
 
 
 class HostCache:
@@ -36,32 +34,22 @@ class HostCache:
         self._passing: dict[Unit, None] = {}  # the oldest first
         self._kept = set[Unit]()
         self._least: list[tuple[float, Unit]] = []  # a heap of those kept, each with its worth, which may have grown
-        self._worth: dict[Unit, float] = {}
-        self._weight = 1.0  # of a use in this pass
+        self._worth = Uses(HALF_LIFE)
         self._used: dict[int, Sequence[Unit]] = {}  # by layer, in the last pass
-        self._layer = -1  # that was used last
 
     # ---- what is used
 
     def use(self, layer: int, units: Sequence[Unit]) -> None:
-        """A pass uses these units of a layer. A layer that does not come after the last one begins a new pass."""
-        if layer <= self._layer:
-            self._begin_pass()
-        self._layer = layer
+        """A pass uses these units of a layer. Layers come in order, see `Uses`."""
+        if self._worth.is_next_pass(layer) and self._worth.begin_pass():
+            self._sort_kept()
         self._used[layer] = units
         for unit in units:
-            self._worth[unit] = self._worth.get(unit, 0.0) + self._weight
+            self._worth.add(unit)
 
     def likely(self, layer: int) -> Sequence[Unit]:
         """The units that the last pass used of a layer."""
         return self._used.get(layer, ())
-
-    def _begin_pass(self) -> None:
-        self._weight *= 2 ** (1 / HALF_LIFE)
-        if self._weight > MOST_WEIGHT:
-            self._worth = {unit: worth / self._weight for unit, worth in self._worth.items()}
-            self._weight = 1.0
-            self._sort_kept()
 
     # ---- places
 
@@ -133,7 +121,7 @@ class HostCache:
                 self._begin_keeping(unit)
                 continue
             least = self._least_kept()
-            if least is not None and self._worth_of(unit) > MARGIN * self._worth_of(least):
+            if least is not None and self._worth[unit] > MARGIN * self._worth[least]:
                 self._end_keeping(least)
                 self._begin_keeping(unit)
                 unit = least
@@ -153,8 +141,8 @@ class HostCache:
         found = None
         while self._least and found is None:
             worth, unit = self._least[0]
-            if worth != self._worth_of(unit):
-                heapq.heapreplace(self._least, (self._worth_of(unit), unit))
+            if worth != self._worth[unit]:
+                heapq.heapreplace(self._least, (self._worth[unit], unit))
             elif unit in self._held:
                 held.append(heapq.heappop(self._least))
             else:
@@ -165,16 +153,13 @@ class HostCache:
 
     def _begin_keeping(self, unit: Unit) -> None:
         self._kept.add(unit)
-        heapq.heappush(self._least, (self._worth_of(unit), unit))
+        heapq.heappush(self._least, (self._worth[unit], unit))
 
     def _end_keeping(self, unit: Unit) -> None:
         self._kept.remove(unit)
-        self._least.remove((self._worth_of(unit), unit))
+        self._least.remove((self._worth[unit], unit))
         heapq.heapify(self._least)
 
     def _sort_kept(self) -> None:
-        self._least = [(self._worth_of(unit), unit) for unit in self._kept]
+        self._least = [(self._worth[unit], unit) for unit in self._kept]
         heapq.heapify(self._least)
-
-    def _worth_of(self, unit: Unit) -> float:
-        return self._worth.get(unit, 0.0)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from nanovllm.device import Device
 from nanovllm.features.streamed_weights.disk_units import DiskUnits, bytes_of, rows_of_blocks
-from nanovllm.features.streamed_weights.host_cache import HostCache, Unit
+from nanovllm.features.streamed_weights.host_cache import HostCache
 from nanovllm.features.streamed_weights.host_layer import HostLayer
+from nanovllm.features.streamed_weights.uses import Unit
 from nanovllm.features.streamed_weights.weight_file import WeightFile, whole_blocks
 from nanovllm.layers.module import Module
 from nanovllm.memory.weights import HOST_PLACES, LEAST_ROWS, WeightPlan

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from torch import Tensor
 
@@ -15,11 +15,11 @@ from nanovllm.data.network import ExpertSpec
 from nanovllm.device import Device, PitchedCopy, Stream
 from nanovllm.features.streamed_weights.chosen_experts import ChosenExperts, copy_of
 from nanovllm.features.streamed_weights.disk_units import DiskLayer, DiskUnits
-from nanovllm.features.streamed_weights.host_cache import Unit
 from nanovllm.features.streamed_weights.host_layer import HostLayer
 from nanovllm.features.streamed_weights.host_layers import HostLayers
 from nanovllm.features.streamed_weights.host_products import HostExchange, HostExperts
 from nanovllm.features.streamed_weights.host_share import HostShare
+from nanovllm.features.streamed_weights.uses import Unit
 from nanovllm.features.streamed_weights.ways import LayerWays, PassTimes, Way
 from nanovllm.kvcache.transfer_order import WeightOrder
 from nanovllm.layers.experts import Routing
@@ -200,10 +200,11 @@ class WeightStream:
 
     # ---- the layers that follow
 
-    def _behind(self, index: int) -> Sequence[int]:
+    def _behind(self, index: int) -> Iterator[int]:
         """The other streamed layers, in the order in which they are computed behind this one."""
+        end = bisect_left(self.streamed, index)
         first = bisect_left(self.streamed, index + 1)
-        return [other for other in (*self.streamed[first:], *self.streamed[:first]) if other != index]
+        return chain(islice(self.streamed, first, None), islice(self.streamed, end))
 
     def _following(self, index: int, ways: Mapping[int, Way]) -> Iterator[int]:
         """The next layers that are copied whole, in the order in which they are computed, as far as slots are free."""
@@ -248,7 +249,7 @@ class WeightStream:
 
     def _expect(self, index: int, ways: Mapping[int, Way], first: Sequence[Unit] = ()) -> None:
         """Begin to read what comes next: these units of the layer, and those of the layers behind it."""
-        behind = self._behind(index)
+        behind = list(self._behind(index))
         own = self._layers[index].disk if index in self._layers else None
         for units in self._on_disk:
             wanted = [*first] if own is not None and own.units is units else []
