@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ordering_check import OrderingCheck, OrderingError
 from quantized_checkpoints import quantize, set_quantization
 from rank_processes import kept_rank_processes
 from safetensors.torch import load_file, save_file
-from streamed_engines import PROMPTS, VOCAB, answers, stream_of
+from streamed_engines import FAMILIES, PROMPTS, VOCAB, Made, answers, checkpoints, stream_of
 from test_ordering import order_calls, without_call
 
 from nanovllm import LLM, build
@@ -42,31 +42,11 @@ KV: dict[str, dict[str, Any]] = {
     "resident": RESIDENT,
     "offloaded": offloaded(BLOCK, 8, 200, max_num_batched_tokens=100),
 }
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "gpt_oss": {"sliding_window": 24},
-    "qwen3_5": {},
-    "gemma3": {"sliding_window": 24},
-    "glm4_moe": {},
-    "qwen3_moe": {"experts": 16},
-}
-
-
-Made = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A checkpoint of a family."""
-    found: dict[str, Path] = {}
-
-    def of_family(family: str) -> Path:
-        if family not in found:
-            found[family] = tmp_path_factory.mktemp(family)
-            make_checkpoint(found[family], family, vocab=VOCAB, layers=6, **FAMILIES[family])
-        return found[family]
-
-    return of_family
+    return checkpoints(tmp_path_factory, layers=6)
 
 
 CASES = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,9 @@ from engines import greedy, offloaded, token_ids
 from fast import fast_only
 from ordering_check import OrderingCheck
 from quantized_checkpoints import quantize
-from streamed_engines import PROMPTS, VOCAB, answers, stream_of
+from streamed_engines import FAMILIES, PROMPTS, VOCAB, Made, answers, checkpoints, failing_copies, stream_of
 
 from nanovllm import LLM, build
-from nanovllm.device import cpu
 from nanovllm.errors import EngineError
 from nanovllm.features.streamed_weights import stream
 from nanovllm.features.streamed_weights.host_products import HostExchange
@@ -30,14 +27,6 @@ STEP = {"max_num_batched_tokens": 100}
 RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 120, **STEP}
 OFFLOADED = offloaded(BLOCK, 8, 200, cpu_attention=False, **STEP)
 KV: dict[str, dict[str, Any]] = {"resident": RESIDENT, "offloaded": OFFLOADED}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "gpt_oss": {"sliding_window": 24, "experts": 16},
-    "qwen3_5": {},
-    "gemma3": {"sliding_window": 24},
-    "glm4_moe": {"experts": 16},
-    "qwen3_moe": {"experts": 16},
-}
 
 
 @pytest.fixture
@@ -47,36 +36,22 @@ def own_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    found: dict[str, Path] = {}
-
-    def of_family(family: str) -> Path:
-        if family not in found:
-            found[family] = tmp_path_factory.mktemp(family)
-            make_checkpoint(found[family], family, vocab=VOCAB, layers=6, **FAMILIES[family])
-        return found[family]
-
-    return of_family
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return checkpoints(tmp_path_factory, layers=6)
 
 
 CASES = [(family, kv) for family in FAMILIES for kv in KV]
 FAST = [("qwen3", "offloaded"), ("gpt_oss", "resident"), ("glm4_moe", "resident")]
 
 
+@pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize(("family", "kv"), fast_only(FAST, CASES))
-def test_bits_are_those_of_resident_weights(made: Callable[[str], Path], family: str, kv: str) -> None:
-    with LLM(made(family), dtype="float32", **KV[kv]) as llm:
-        expected = answers(llm)
-    for asked in ("1%", "60%"):
-        with LLM(made(family), dtype="float32", weights_memory_bytes=asked, **KV[kv]) as llm:
-            assert answers(llm) == expected
-            assert answers(llm) == expected, "from the prefix cache"
-
-
-@pytest.mark.usefixtures("own_device")
-@pytest.mark.parametrize(("family", "kv"), fast_only(FAST, CASES))
-def test_a_device_of_its_own_and_its_host_give_the_same_bits(made: Callable[[str], Path], family: str, kv: str) -> None:
-    """Where both have the same kernels, as here."""
+def test_bits_are_those_of_resident_weights(
+    made: Made, family: str, kv: str, shares: bool, request: pytest.FixtureRequest
+) -> None:
+    """shares: whether the device shares the host's memory. Both have the same kernels here."""
+    if not shares:
+        request.getfixturevalue("own_device")
     with LLM(made(family), dtype="float32", **KV[kv]) as llm:
         expected = answers(llm)
     for asked in ("1%", "60%"):
@@ -103,7 +78,7 @@ def test_packed_weights_are_multiplied_on_the_host(tmp_path: Path, family: str, 
         assert stream_of(llm).host_bytes > 0
 
 
-def test_few_rows_copy_nothing_where_the_host_is_the_device(made: Callable[[str], Path]) -> None:
+def test_few_rows_copy_nothing_where_the_host_is_the_device(made: Made) -> None:
     """And many copy every weight once."""
     with LLM(made("qwen3"), dtype="float32", weights_memory_bytes="1%", **RESIDENT) as llm:
         weights = stream_of(llm)
@@ -120,32 +95,18 @@ def test_few_rows_copy_nothing_where_the_host_is_the_device(made: Callable[[str]
 @pytest.mark.usefixtures("own_device")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("fails_at", [1, 3, 12])
-def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
-    made: Callable[[str], Path], family: str, fails_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(made: Made, family: str, fails_at: int) -> None:
     """Copies that nobody waits for fail too."""
     with LLM(made(family), dtype="float32", weights_memory_bytes="50%", **RESIDENT) as llm:
         expected = token_ids(llm, PROMPTS, greedy(9))
-        copies = count(1)
-        copy_pitched = cpu.copy_pitched
-
-        def broken(*given: Any, **named: Any) -> None:
-            if next(copies) >= fails_at:
-                raise OSError("the link is down")
-            copy_pitched(*given, **named)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(cpu, "copy_pitched", broken)
-            with pytest.raises(EngineError, match="the link is down"):
-                llm.generate(PROMPTS * 3, greedy(9), use_tqdm=False)
+        with failing_copies(fails_at), pytest.raises(EngineError, match="the link is down"):
+            llm.generate(PROMPTS * 3, greedy(9), use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
         assert token_ids(llm, PROMPTS, greedy(9)) == expected
 
 
 @pytest.mark.usefixtures("own_device")
-def test_a_result_is_overwritten_only_when_the_device_has_taken_it(
-    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_is_overwritten_only_when_the_device_has_taken_it(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are read without a wait for the device are noticed."""
     given: dict[str, Any] = {**RESIDENT, "dtype": "float32", "weights_memory_bytes": "1%"}
     with LLM(made("qwen3"), **given) as llm:
@@ -160,7 +121,7 @@ def test_a_result_is_overwritten_only_when_the_device_has_taken_it(
 
 @pytest.mark.cuda
 def test_without_triton_single_experts_of_a_gpu_are_computed_on_the_host(
-    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(made("qwen3_moe"), dtype="float32", device="cpu", **RESIDENT) as llm:
         expected = token_ids(llm, PROMPTS, greedy(4))
@@ -171,9 +132,7 @@ def test_without_triton_single_experts_of_a_gpu_are_computed_on_the_host(
 
 
 @pytest.mark.usefixtures("own_device")
-def test_the_share_of_the_host_is_told_what_each_step_took(
-    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_share_of_the_host_is_told_what_each_step_took(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     costs: list[StepCost] = []
 
     class Watched(HostShare):

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from itertools import count, cycle
-from pathlib import Path
+from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
 from cpu_attention_helpers import DeviceOfItsOwn
 from engines import greedy, offloaded, token_ids
 from fast import fast_only
 from graph_devices import CapturingDevice, measured_memory, use_graphs, watch_batches
 from ordering_check import OrderingError
-from streamed_engines import PROMPTS, VOCAB, answers, budget, stream_of, weight_sizes
+from streamed_engines import (
+    FAMILIES,
+    PROMPTS,
+    Made,
+    answers,
+    budget,
+    checkpoints,
+    failing_copies,
+    interrupt_each_copy,
+    stream_of,
+    weight_sizes,
+)
 
 from nanovllm import LLM
-from nanovllm.device import cpu
 from nanovllm.errors import EngineError
 from nanovllm.features.streamed_weights.host_products import Chosen, HostExchange, HostExperts, chosen_numbers
 from nanovllm.features.streamed_weights.host_share import HostShare
@@ -33,13 +41,6 @@ STEP = {"max_num_batched_tokens": 100, "max_model_len": 160, "max_num_seqs": 6}
 RESIDENT: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 120, **STEP}
 OFFLOADED = offloaded(BLOCK, 8, 200, cpu_attention=False, **STEP)
 KV: dict[str, dict[str, Any]] = {"full steps": RESIDENT, "resident": RESIDENT, "offloaded": OFFLOADED}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "gpt_oss": {"sliding_window": 24, "experts": 16},
-    "qwen3_5": {},
-    "glm4_moe": {"experts": 16},
-    "qwen3_moe": {"experts": 16},
-}
 LEAST: dict[str, Any] = {"weights_memory_bytes": "1%"}
 COPIED: dict[str, Any] = {**LEAST, "host_products": False}
 
@@ -52,20 +53,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch, kv: str = "resident", **options: A
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    found: dict[str, Path] = {}
-
-    def of_family(family: str) -> Path:
-        if family not in found:
-            found[family] = tmp_path_factory.mktemp(family)
-            make_checkpoint(found[family], family, vocab=VOCAB, layers=LAYERS, **FAMILIES[family])
-        return found[family]
-
-    return of_family
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return checkpoints(tmp_path_factory, layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
-def expected(made: Callable[[str], Path]) -> Callable[[str], list[Any]]:
+def expected(made: Made) -> Callable[[str], list[Any]]:
     """What engines answer whose weights stay on the device, and which record nothing."""
     found: dict[str, list[Any]] = {}
 
@@ -87,7 +80,7 @@ FAST += [("qwen3_moe", "offloaded", True), ("qwen3_5", "resident", False)]
 
 @pytest.mark.parametrize(("family", "kv", "host_products"), fast_only(FAST, CASES))
 def test_bits_are_those_of_weights_that_stay(
-    made: Callable[[str], Path],
+    made: Made,
     expected: Callable[[str], list[Any]],
     family: str,
     kv: str,
@@ -108,7 +101,7 @@ def test_bits_are_those_of_weights_that_stay(
 
 
 def test_steps_in_which_the_host_multiplies_layers_are_eager(
-    made: Callable[[str], Path], expected: Callable[[str], list[Any]], monkeypatch: pytest.MonkeyPatch
+    made: Made, expected: Callable[[str], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are replayed in turn with them, whatever layers they copy."""
     wanted = expected("qwen3")
@@ -123,7 +116,7 @@ def test_steps_in_which_the_host_multiplies_layers_are_eager(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_padded_rows_bring_nothing(made: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_rows_bring_nothing(made: Made, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences have graphs of four rows, of which the last chooses experts too."""
     recorded(monkeypatch)
     batches = watch_batches(monkeypatch)
@@ -137,7 +130,7 @@ def test_padded_rows_bring_nothing(made: Callable[[str], Path], family: str, mon
     assert loaded[0] == loaded[1]
 
 
-def test_preempted_requests(made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_requests(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {**RESIDENT, "num_gpu_blocks": 6, "max_model_len": 64}
     prompts = PROMPTS[1:] * 2
     with LLM(made("qwen3_moe"), dtype="float32", **few) as llm:
@@ -186,7 +179,7 @@ def test_the_device_has_of_a_grouping_what_the_first_rows_choose_of_it() -> None
 # ---- recording
 
 
-def test_graphs_end_where_something_is_copied(made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_end_where_something_is_copied(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before layers that stream, and those behind them, and where experts are chosen. Recording copies nothing."""
     device = recorded(monkeypatch, "full steps")
     for family, asked in (("qwen3", budget(weight_sizes(made("qwen3")), 2)), ("qwen3_moe", "1%")):
@@ -203,7 +196,7 @@ def test_graphs_end_where_something_is_copied(made: Callable[[str], Path], monke
         gc.collect()
 
 
-def test_graphs_are_part_of_what_is_sized(made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_part_of_what_is_sized(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     each = 8 << 20
     device = recorded(monkeypatch, "full steps", graph_bytes=each)
     facts = measured_memory(monkeypatch)
@@ -216,7 +209,7 @@ def test_graphs_are_part_of_what_is_sized(made: Callable[[str], Path], monkeypat
 
 
 def test_a_failed_recording_is_one_warning(
-    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with LLM(made("qwen3_moe"), dtype="float32", **RESIDENT) as llm:
         wanted = token_ids(llm, PROMPTS, greedy(5))
@@ -237,7 +230,7 @@ def test_a_failed_recording_is_one_warning(
     ("family", "given", "fails_at"), [("qwen3", COPIED, 3), ("qwen3_moe", COPIED, 1), ("qwen3_moe", LEAST, 1)]
 )
 def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
-    made: Callable[[str], Path], family: str, given: dict[str, Any], fails_at: int, monkeypatch: pytest.MonkeyPatch
+    made: Made, family: str, given: dict[str, Any], fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a step that is replayed: the prompts are known."""
     recorded(monkeypatch)
@@ -246,53 +239,26 @@ def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
     with LLM(made(family), dtype="float32", **given, **RESIDENT) as llm:
         wanted = token_ids(llm, prompts, greedy(8))
         before = len(batches)
-        copies = count(1)
-        copy_pitched = cpu.copy_pitched
-
-        def broken(*given: Any, **named: Any) -> None:
-            if next(copies) >= fails_at:
-                raise OSError("the link is down")
-            copy_pitched(*given, **named)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(cpu, "copy_pitched", broken)
-            with pytest.raises(EngineError, match="the link is down"):
-                llm.generate([prompt[:1] for prompt in (PROMPTS[1], [5, 1], [8, 2])], greedy(40), use_tqdm=False)
+        with failing_copies(fails_at), pytest.raises(EngineError, match="the link is down"):
+            llm.generate([prompt[:1] for prompt in (PROMPTS[1], [5, 1], [8, 2])], greedy(40), use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
         assert before > 0
         assert token_ids(llm, prompts, greedy(8)) == wanted
 
 
-def test_after_an_interrupt_no_part_of_a_copy_is_taken_for_a_whole(
-    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_interrupt_no_part_of_a_copy_is_taken_for_a_whole(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(monkeypatch, "full steps")
     batches = watch_batches(monkeypatch)
     prompt = [PROMPTS[2][:1]]
     given = {**RESIDENT, **COPIED, "enable_prefix_caching": False}
     with LLM(made("qwen3_moe"), dtype="float32", **given) as llm:
-        wanted = token_ids(llm, prompt, greedy(5))
-        device = stream_of(llm)._device
-        copy_2d = device.copy_2d
-        for stops_at in (1, 2, 5):
-            copies = count(1)
-
-            def interrupted(*given: Any, copies: Iterator[int] = copies, stops_at: int = stops_at) -> int:
-                if next(copies) == stops_at:
-                    raise KeyboardInterrupt
-                return copy_2d(*given)
-
-            with monkeypatch.context() as patched:
-                patched.setattr(device, "copy_2d", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    llm.generate(prompt, greedy(5), use_tqdm=False)
-            assert token_ids(llm, prompt, greedy(5)) == wanted
+        interrupt_each_copy(llm, prompt, greedy(5), (1, 2, 5))
     assert batches
 
 
 @pytest.mark.parametrize("forgetful", ["before_compute", "after_compute"])
 def test_weight_slots_of_which_one_is_not_ordered_are_noticed(
-    made: Callable[[str], Path], forgetful: str, monkeypatch: pytest.MonkeyPatch
+    made: Made, forgetful: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a step that is replayed."""
     recorded(monkeypatch, "full steps")

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -38,6 +38,7 @@ from streamed_engines import (
     answers,
     bits,
     budget,
+    interrupt_each_copy,
     stream_of,
     weight_sizes,
 )
@@ -578,29 +579,12 @@ def test_a_token_that_fails_after_experts_are_chosen_leaves_the_engine_usable(mi
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_after_an_interrupt_no_part_of_a_copy_is_taken_for_a_whole(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_interrupt_no_part_of_a_copy_is_taken_for_a_whole(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family, vocab=VOCAB, layers=3, experts=16)
     prompt = [PROMPTS[2][:1]]  # whose one row chooses experts
     given = {**RESIDENT, "enable_prefix_caching": False, "weights_memory_bytes": "1%"}
     with LLM(tmp_path, dtype="float32", **given) as llm:
-        expected = token_ids(llm, prompt, greedy(5))
-        device = stream_of(llm)._device
-        copy_2d = device.copy_2d
-        for stops_at in range(1, 6):
-            copies = count(1)
-
-            def interrupted(*given: Any, copies: Iterator[int] = copies, stops_at: int = stops_at) -> int:
-                if next(copies) == stops_at:
-                    raise KeyboardInterrupt
-                return copy_2d(*given)
-
-            with monkeypatch.context() as patched:
-                patched.setattr(device, "copy_2d", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    llm.generate(prompt, greedy(5), use_tqdm=False)
-            assert token_ids(llm, prompt, greedy(5)) == expected
+        interrupt_each_copy(llm, prompt, greedy(5), range(1, 6))
 
 
 def test_an_engine_is_closed_while_weights_are_copied(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
